@@ -80,11 +80,10 @@ class Device:
         if precision in self.peak_flops_per_second:
             return self.peak_flops_per_second[precision]
         others = [name for name in ("bf16", "fp16", "tf32", "fp32") if name in self.peak_flops_per_second]
-        raise SpecError(
-            f"{self.title} has no {precision} rate",
-            where="precision.compute",
-            hint=f"use precision.compute={' or '.join(others)}",
-        )
+        hint = f"use precision.compute={' or '.join(others)}"
+        if precision in ("fp8", "fp4"):
+            hint = "leave precision.fp8 and adapter.base=fp8 out, or use a device that has fp8"
+        raise SpecError(f"{self.title} has no {precision} rate", where="precision", hint=hint)
 
     def matmul_ceiling(self, precision: str) -> float:
         """Sustained FLOP/s of large matmuls, from the best measured rate or 80% of the data sheet."""

@@ -70,13 +70,14 @@ def choose_finetune(ask: Callable[[FineTuning], Question]) -> Chosen:
             continue
         found = choose_precision(_on_devices(questions[kind]))
         if len(found.result.fitting):
-            return Chosen(kind, (*reasons, _fits(kind, found), *_smaller(kind, questions)))
+            fits = _fits(kind, choose_precision(questions[kind]))
+            return Chosen(kind, (*reasons, fits, *_smaller(kind, questions)))
         reasons.append(_excess(kind, found))
     for kind in WITH_OFFLOAD:
         if kind in questions and questions[kind].may_offload:
             found = choose_precision(questions[kind])
             if len(found.result.fitting):
-                return Chosen(kind, (*reasons, _fits(kind, found)))
+                return Chosen(kind, (*reasons, _fits(kind, found, needs_offload=True)))
     kind, last = list(questions.items())[-1]
     error = infeasible(last, choose_precision(last))
     if isinstance(error, PlanError):  # of this kind alone: without --finetune it would be another one
@@ -133,10 +134,13 @@ def _on_devices(question: Question) -> Question:
     return replace(question, pins=pins)
 
 
-def _fits(kind: FineTuning, found: ChosenPrecision) -> str:
+def _fits(kind: FineTuning, found: ChosenPrecision, *, needs_offload: bool = False) -> str:
+    """That it fits, in the figures of its plan, which may have offload also where it need not."""
     best = choose(found, top=1, search_seconds=0.0).best
     moved = " and ".join(best.run.memory.offload)
     where = f", with {moved} in host memory," if moved else ""
+    if moved and not needs_offload and found.question.may_offload:
+        where = f" without offload; the plan has {moved} in host memory, which is better here, and fits"
     speed = best.tokens_per_second / best.num_ranks
     fits = f"fits{where} in {show_bytes(best.device_bytes)} at {speed:,.0f} tokens/s/GPU"
     return f"{_title(kind, found.question)} {fits}"
@@ -146,7 +150,9 @@ def _smaller(kind: FineTuning, questions: dict[FineTuning, Question]) -> Iterato
     """The next kind, which leaves more memory: it may need less recompute, and then it is faster."""
     for other in ON_DEVICES[ON_DEVICES.index(kind) + 1 :][:1]:
         if other in questions and questions[other].run.adapter != questions[kind].run.adapter:
-            yield f"instead, {_fits(other, choose_precision(_on_devices(questions[other])))}"
+            found = choose_precision(questions[other])
+            if len(found.result.fitting):
+                yield f"instead, {_fits(other, found)}"
 
 
 def _excess(kind: FineTuning, found: ChosenPrecision) -> str:

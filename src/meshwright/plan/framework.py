@@ -147,7 +147,8 @@ class Framework:
         vocabulary = workload.model.vocab_size / at.tp
         full = workload.working_bytes * at.microbatch_tokens(workload.sequence_length) * vocabulary
         each, chunk = HEAD_GRADIENT_BYTES + workload.working_bytes, self.loss_chunk_bytes
-        if workload.adapters is not None:  # a frozen head has no gradient, and in 16 bits no cast copy
+        if workload.adapters is not None and not workload.adapters.trains_head:
+            # A frozen head has no gradient, and in 16 bits no cast copy.
             each = workload.working_bytes if workload.adapters.base_bits > 16 else 0.0
             chunk = self.frozen_loss_chunk_bytes
         return np.minimum(full, chunk) + each * vocabulary * workload.model.width

@@ -94,8 +94,9 @@ def _frozen_state(best: Candidate) -> Iterator[str]:
     workload = question.workload
     assert workload.adapters is not None
     trained = workload.adapters.share(workload.model.width) * workload.counts.total
+    still = (1.0 - workload.adapters.full_share) * workload.counts.total
     yield (
-        f"{question.run.model.family} has {show_count(workload.counts.total)} frozen parameters "
+        f"{question.run.model.family} has {show_count(still)} frozen parameters "
         f"({workload.adapters.base_bits / 8:.3g} bytes each, {show_bytes(frozen)}) and {show_count(trained)} "
         f"trained ones ({show_bytes(adapters)} with gradients and moments); full fine-tuning would have "
         f"{show_bytes(full)} of state."

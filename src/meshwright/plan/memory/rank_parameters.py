@@ -95,7 +95,8 @@ def state_items(work: Workload, at: Layouts, stack: Framework, rank: RankParamet
     if work.adapters is not None:
         trained = work.adapters.share(work.model.width)
         # Peers keep statistics and norms beside the base; ours is counted exactly.
-        base = held(work.adapters.base_bits / 8.0 * (1.0 if stack.is_traced else 1.03), 3)
+        frozen = (1.0 - work.adapters.full_share) * work.adapters.base_bits / 8.0
+        base = held(frozen * (1.0 if stack.is_traced else 1.03), 3)
         return {"weights": base, "adapters": trained * held(_adapter_state_bytes(work, stack), 3)}
     return {
         "weights": held(state.weight, 3),

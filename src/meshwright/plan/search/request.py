@@ -116,6 +116,8 @@ def fill_request(request: Request) -> FilledRequest:
         from_trained=request.finetune is not None or run.is_finetuning,
     )
     assumed += question.workload.assumed
+    if run.train_only and run.adapter is None:
+        assumed.append("memory and time of training all weights, of which train_only freezes a part")
     return FilledRequest(question, tokens, tuple(assumed))
 
 

@@ -32,6 +32,8 @@ CP_OVERLAP = 0.8
 # Share of an exchange of rows that may overlap with experts where `ep_overlap` is set. Assumed as for cp: the
 # overlap was not measured on several GPUs.
 EP_OVERLAP = 0.8
+# DoRA reads a weight in 16 bits, writes it in fp32, and reads that for its norms and for W A^T.
+DORA_NORM_BYTES = 2.0 + 4.0 + 4.0 + 4.0
 # What decides the shapes of a layer's matmuls, and the time of all its kernels: not ZeRO, the world size and
 # the schedule.
 MATMUL_COLUMNS = ("microbatch_sequences", "cp", "tp", "ep", "etp", "ep_overlap")
@@ -51,8 +53,11 @@ def _scaled(items: Items, factor: float) -> Items:
 # Kernels -------------------------------------------------------------------------------------------------
 
 
-def _matmuls_seconds(ctx: Context, matmuls: list[Matmul], part: str | None = None) -> tuple[Floats, Floats]:
-    """Forward and backward seconds of these matmuls; frozen weights have no weight gradient."""
+def _matmuls_seconds(
+    ctx: Context, matmuls: list[Matmul], part: str | None = None, *, trains: bool = False
+) -> tuple[Floats, Floats]:
+    """Forward and backward seconds of these matmuls; frozen weights have no weight gradient, unless those of
+    these matmuls are trained in full beside adapters."""
     zero = np.zeros(len(ctx.at))
     forward, backward = zero, zero
     for matmul in matmuls:
@@ -61,7 +66,7 @@ def _matmuls_seconds(ctx: Context, matmuls: list[Matmul], part: str | None = Non
         input_gradient, weight_gradient = matmul.backward()
         forward = forward + _matmul_seconds(ctx, matmul)
         backward = backward + _matmul_seconds(ctx, input_gradient)
-        if ctx.workload.adapters is None:
+        if ctx.workload.adapters is None or trains:
             backward = backward + _matmul_seconds(ctx, weight_gradient)
     adapters = ctx.workload.adapters
     times = 2.0 if adapters is not None and adapters.repeats_frozen else 1.0
@@ -93,25 +98,37 @@ def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
 def _adapter_bytes(ctx: Context, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
     """Bytes that adapters beside these matmuls move, forward and backward: rank-wide matmuls read and write
     the inputs and outputs of their linear once more. Dropout reads and writes inputs, and in backward inputs
-    and their gradients."""
+    and their gradients. DoRA scales outputs; in backward it scales their gradients and sums those of the
+    magnitudes."""
     zero, adapters = np.zeros(len(ctx.at)), ctx.workload.adapters
     if adapters is None or not ctx.framework.is_traced:
         return zero, zero
     linears = [one for one in matmuls if one.name != "router"]
-    dropped = 2.0 if adapters.has_dropout else 0.0
-    forward = sum((one.groups * one.m * ((1.0 + dropped) * one.k + 2.0 * one.n) for one in linears), zero)
+    dropped, scaled = (2.0 if adapters.has_dropout else 0.0), (2.0 if adapters.is_dora else 0.0)
+    forward = sum(
+        (one.groups * one.m * ((1.0 + dropped) * one.k + (2.0 + scaled) * one.n) for one in linears), zero
+    )
     backward = sum(
-        (one.groups * one.m * ((3.0 + 2.0 * dropped) * one.k + 2.0 * one.n) for one in linears), zero
+        (
+            one.groups * one.m * ((3.0 + 2.0 * dropped) * one.k + (2.0 + 2.0 * scaled) * one.n)
+            for one in linears
+        ),
+        zero,
     )
     width = ctx.workload.working_bytes
     return width * forward, width * backward
 
 
 def _weight_bytes(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
-    """Bytes moved to cast a layer's weights (forward), and to cast and accumulate gradients (backward)."""
-    if ctx.workload.adapters is not None:
-        return np.zeros(len(ctx.at)), np.zeros(len(ctx.at))
+    """Bytes moved to cast a layer's weights (forward), and to cast and accumulate gradients (backward).
+
+    Frozen weights have neither; DoRA takes their norms in forward.
+    """
+    adapters = ctx.workload.adapters
     dense, experts = layer_elements(ctx, moe=moe)
+    if adapters is not None:
+        norms = DORA_NORM_BYTES if adapters.is_dora else 0.0
+        return norms * (dense + experts), np.zeros(len(ctx.at))
     cast, accumulated = ctx.framework.weight_cast_rates(ctx.workload, ctx.at.num_microbatches)
     return cast * (dense + experts), accumulated * (dense + experts)
 
@@ -348,7 +365,9 @@ def head_time(ctx: Context) -> tuple[PassTime, PassTime]:
     workload, multiple = ctx.workload, ctx.framework.padded_vocabulary
     vocabulary = workload.model.vocab_size / ctx.at.tp
     padded = np.ceil(vocabulary / multiple) * multiple
-    forward, backward = _matmuls_seconds(ctx, [operators.head_matmul(workload, ctx.at, padded)])
+    trains = workload.adapters is not None and workload.adapters.trains_head
+    head = operators.head_matmul(workload, ctx.at, padded)
+    forward, backward = _matmuls_seconds(ctx, [head], trains=trains)
     loss = ctx.copy_seconds(ctx.framework.logits_traffic * ctx.tokens * vocabulary)
     if ctx.framework.pads_at_run_time:
         copied = np.where(padded > vocabulary, padded * workload.model.width, 0.0)

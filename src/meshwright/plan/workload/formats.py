@@ -16,12 +16,16 @@ from meshwright.plan.framework import Framework, StateBytes, our_runtime
 from meshwright.plan.workload.documents import documents_of
 from meshwright.plan.workload.workload import WORKING_BYTES, Adapters, Precision, Workload
 from meshwright.spec.adapter import (
+    EMBEDDING,
+    HEAD,
     NESTED_BLOCK,
     NF4_BLOCK,
     NF4_FORMATS,
     AdapterSpec,
     adaptable,
     adapter_parameters,
+    is_trained,
+    num_trained_parameters,
 )
 from meshwright.spec.fp8 import fp8_base_groups
 from meshwright.spec.parameters import num_parameters
@@ -90,15 +94,18 @@ def _adapters(run: RunSpec) -> Adapters | None:
     if run.adapter is None:
         return None
     total = num_parameters(run.model)
-    trained = sum(one.num_elements for one in adapter_parameters(run.model, run.adapter))
+    added = sum(one.num_elements for one in adapter_parameters(run.model, run.adapter))
+    in_full = num_trained_parameters(run.model, run.adapter, run.train_only) - added
     packed, has_dropout = _packed_bits(run.adapter), run.adapter.dropout > 0
     return Adapters(
         run.adapter.rank,
-        _base_bits(run, run.adapter, packed, total),
-        trained / total,
+        _base_bits(run, run.adapter, packed, total - in_full),
+        (added + in_full) / total,
+        in_full / total,
         packed,
         has_dropout=has_dropout,
         is_dora=run.adapter.kind == "dora",
+        trains_head=is_trained(EMBEDDING if run.model.tied_head else HEAD, run.adapter, run.train_only),
     )
 
 
@@ -110,13 +117,13 @@ def _packed_bits(adapter: AdapterSpec) -> float | None:
     return 8.0 if adapter.base == "fp8" else None
 
 
-def _base_bits(run: RunSpec, adapter: AdapterSpec, packed_bits: float | None, total: int) -> float:
+def _base_bits(run: RunSpec, adapter: AdapterSpec, packed_bits: float | None, num_frozen: int) -> float:
     """Mean bits of a frozen weight: NF4 and fp8 are for the linears and routed experts of the blocks."""
     if packed_bits is None:
         return 32.0 if adapter.base == "weights" and run.precision.weights == "fp32" else 16.0
     in_fp8 = [one for group in fp8_base_groups(run.model) for one in group]
     packed = in_fp8 if adapter.base == "fp8" else adaptable(run.model)
-    share = sum(one.num_elements for one in packed) / total
+    share = sum(one.num_elements for one in packed) / num_frozen
     return share * packed_bits + (1.0 - share) * 16.0
 
 

@@ -42,12 +42,16 @@ class Adapters:
     """Bits of a frozen weight: 16 (LoRA) or 32, 8 or 4 (QLoRA)."""
     trained_share: float | None = None
     """Trained parameters over those of the base; None: those of all linears at this rank."""
+    full_share: float = 0.0
+    """Of them, the base's own that are trained in full, which are not stored as frozen ones."""
     packed_bits: float | None = None
     """Bits of a weight of the blocks that is stored in fp8 or NF4, with its scales; None: none is."""
     has_dropout: bool = False
     """Whether the input of every adapter is read and written once more, in each pass."""
     is_dora: bool = False
     """Whether outputs are scaled by a trained magnitude over the norm of W + B A."""
+    trains_head: bool = False
+    """Whether the head, or the table that is tied to it, is trained in full beside the adapters."""
 
     @property
     def repeats_frozen(self) -> bool:

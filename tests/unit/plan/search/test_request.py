@@ -90,6 +90,14 @@ def test_the_precision_that_is_asked_for_comes_after_the_run_file(tmp_path: Path
     assert found.compute == "fp16" and found.loss_scale is not None
 
 
+def test_a_part_of_the_weights_is_priced_as_all_of_them_and_says_so() -> None:
+    plain = Request("llama-3.2-1b", parse_cluster("h100:1"), parse_pins(["train_only=[norm.weight]"]))
+    told = "memory and time of training all weights, of which train_only freezes a part"
+    assert told in fill_request(plain).assumed
+    beside = fill_request(replace(plain, finetune="lora"))
+    assert told not in beside.assumed
+
+
 def test_an_error_in_a_run_file_names_no_line_of_the_completed_run(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: llama-3.2-1b\nadapter: {rank: 8, alpha: 16, base: bf16}\n")
