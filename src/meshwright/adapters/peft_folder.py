@@ -40,6 +40,7 @@ _NAMED_FACTOR = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.weight$")
 _HEAD, _FLOATING = "lm_head", ("F", "BF")
 _TRAIN_ONLY = "name it in train_only: embedding.tokens.weight, head.weight, *norm* and so on"
+_SAVE_AGAIN = "save the adapter again, as safetensors"
 _MERGE = "merge it into its base with peft, and start from the merged model"
 
 
@@ -217,20 +218,19 @@ class PeftFolder:
 
 
 @contextmanager
-def damage_reported(path: Path) -> Iterator[None]:
+def damage_reported(path: Path, *, hint: str = _SAVE_AGAIN) -> Iterator[None]:
     """Inside, whatever an absent or damaged file raises is an error of that file."""
     try:
         yield
     except OSError as error:
-        raise unreadable(path, read_trouble(error)) from None
+        raise unreadable(path, read_trouble(error), hint) from None
     except (LookupError, ValueError, TypeError, RecursionError) as error:
         why = f"its header has no {error}" if isinstance(error, KeyError) else error
-        raise unreadable(path, why) from None
+        raise unreadable(path, why, hint) from None
 
 
-def unreadable(path: Path, why: object) -> CheckpointError:
+def unreadable(path: Path, why: object, hint: str = _SAVE_AGAIN) -> CheckpointError:
     """The error of a file of weights that cannot be read."""
-    hint = "save the adapter again, as safetensors"
     return CheckpointError(f"cannot read the file: {why}", where=str(path), hint=hint)
 
 

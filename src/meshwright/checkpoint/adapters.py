@@ -21,8 +21,11 @@ from meshwright.checkpoint.start_folder import (
     START_HINT,
     folder_digest,
     no_adapters,
+    require_adapters,
     require_base_of,
+    require_same_adapter,
     require_same_base,
+    saved_adapter,
     without_new_tokens,
 )
 from meshwright.errors import CheckpointError
@@ -145,8 +148,7 @@ def _checkpoint_values(
     verify_files(folder, manifest)
     require_adapters(manifest, folder)
     require_same_base(manifest.get("base"), base_record(run), folder)
-    there = RunSpec.model_validate(manifest["run"]).adapter
-    require_same_adapter(there, run.adapter, folder)
+    require_same_adapter(saved_adapter(manifest, folder), run.adapter, folder)
     prefix = "ema" if averaged else "model"
     saved = saved_shapes(folder)
     if averaged and not any(name.startswith("ema.") for name in saved):
@@ -174,30 +176,6 @@ def _require_all_trained(run: RunSpec, saved: Sequence[str], folder: Path) -> No
             where=str(folder),
             hint="set train_only to the value there",
         )
-
-
-def require_adapters(manifest: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a checkpoint without adapters."""
-    if not has_adapters(manifest):
-        hint = "name a run with `adapter`, or a peft folder; a full model is named in checkpoint.start_from"
-        raise CheckpointError("this checkpoint has no adapters", where=str(folder), hint=hint)
-
-
-def has_adapters(manifest: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has adapters in the place of a full model."""
-    run = manifest.get("run")
-    return isinstance(run, dict) and run.get("adapter") is not None
-
-
-def require_same_adapter(there: AdapterSpec | None, here: AdapterSpec | None, folder: Path) -> None:
-    """Refuse adapters of another kind, rank or scale."""
-    for key in ("kind", "rank", "alpha", "targets", "ranks", "tokens"):
-        if getattr(there, key) != getattr(here, key):
-            raise CheckpointError(
-                f"adapter.{key} is {getattr(there, key)} there and {getattr(here, key)} in this run",
-                where=str(folder),
-                hint=f"set adapter.{key} to the value there",
-            )
 
 
 def read_adapters(

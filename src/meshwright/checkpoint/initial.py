@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.adapters.attach import set_magnitudes
-from meshwright.checkpoint.adapters import has_adapters, load_adapters
+from meshwright.checkpoint.adapters import load_adapters
 from meshwright.checkpoint.live import LiveTraining
 from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
@@ -24,6 +24,7 @@ from meshwright.checkpoint.run_checkpoints import set_loaded_masters, weight_ten
 from meshwright.checkpoint.save import on_all_ranks
 from meshwright.checkpoint.start_folder import (
     differing_settings,
+    has_adapters,
     require_same_model,
     require_same_tensors,
     without_new_tokens,

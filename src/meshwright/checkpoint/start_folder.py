@@ -9,15 +9,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.adapters.peft_folder import PeftFolder, is_peft_folder
+from meshwright.adapters.peft_folder import PeftFolder, damage_reported, is_peft_folder
+from meshwright.checkpoint.json_file import read_json
 from meshwright.errors import CheckpointError
-from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec import AdapterSpec, ModelSpec, RunSpec
 from meshwright.spec.adapter import trained_in_full
 from meshwright.spec.huggingface import model_at
 from meshwright.spec.huggingface.names import state_shapes
+from meshwright.spec.huggingface.tensor_file import TensorFile
 
 CONFIG = "config.json"
-_RUN_FILES = ("manifest.json", "checkpoints")
+_MANIFEST = "manifest.json"
+_MAX_MANIFEST_BYTES = 2**28
+_RUN_FILES = (_MANIFEST, "checkpoints")
 # Settings that a run may change without a note: they do not change what the weights compute.
 _TRAINING_SETTINGS = ("family", "dropout", "init_std", "scaled_residual_init")
 _SAMPLE_BYTES = 2**16
@@ -30,6 +34,7 @@ def require_start(run: RunSpec) -> None:
     base = _hugging_face_folder(run.checkpoint.start_from)
     if base is not None:
         require_same_model(run, base)
+        _require_full_files(base)
     if run.adapter is None or run.adapter.start_from is None:
         return
     folder = Path(run.adapter.start_from).expanduser()
@@ -37,9 +42,30 @@ def require_start(run: RunSpec) -> None:
         trained = trained_in_full(run.model, run.adapter, run.train_only)
         there = PeftFolder(folder, run.model, run.adapter, trained=trained)
         if base is not None and there.base_digest is not None:
-            require_base_of(there, {"path": str(base.resolve()), "digest": folder_digest(base)})
-    elif folder.exists() and not _has_checkpoints(folder):
+            require_base_of(there, _record(base))
+    elif _has_checkpoints(folder):
+        _require_same_run(run, folder, base)
+    elif folder.exists():
         raise no_adapters(folder)
+
+
+def _require_same_run(run: RunSpec, folder: Path, base: Path | None) -> None:
+    """Refuse a checkpoint, or the newest one of a run, with other adapters or of another base."""
+    manifests = [folder / _MANIFEST, *sorted(folder.glob(f"step-*/{_MANIFEST}"))]
+    manifests += sorted(folder.glob(f"checkpoints/step-*/{_MANIFEST}"))
+    found = [path for path in manifests if path.is_file()]
+    if not found:
+        return  # its run has not saved one yet
+    manifest, place = read_json(found[-1], max_bytes=_MAX_MANIFEST_BYTES), found[-1].parent
+    require_adapters(manifest, place)
+    require_same_adapter(saved_adapter(manifest, place), run.adapter, place)
+    if base is not None:
+        require_same_base(manifest.get("base"), _record(base), place)
+
+
+def _record(base: Path) -> dict[str, str]:
+    """Path and digest of a Hugging Face folder, as a checkpoint of adapters has them."""
+    return {"path": str(base.resolve()), "digest": folder_digest(base)}
 
 
 def _hugging_face_folder(text: str | None) -> Path | None:
@@ -48,6 +74,15 @@ def _hugging_face_folder(text: str | None) -> Path | None:
     if folder is None or not (folder / CONFIG).is_file():
         return None
     return None if _has_checkpoints(folder) else folder
+
+
+def _require_full_files(folder: Path) -> None:
+    """Refuse weights of which only the beginning was downloaded or copied."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        with damage_reported(path, hint="download or copy the file again"):
+            file = TensorFile(path)
+            for name in file.names():
+                file.tensor(name)
 
 
 def _has_checkpoints(folder: Path) -> bool:
@@ -159,3 +194,36 @@ def require_same_base(saved: Mapping[str, str] | None, found: Mapping[str, str] 
             where=str(where),
             hint="name the base that they were trained on in checkpoint.start_from",
         )
+
+
+def require_adapters(manifest: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a checkpoint without adapters."""
+    if not has_adapters(manifest):
+        hint = "name a run with `adapter`, or a peft folder; a full model is named in checkpoint.start_from"
+        raise CheckpointError("this checkpoint has no adapters", where=str(folder), hint=hint)
+
+
+def has_adapters(manifest: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has adapters in the place of a full model."""
+    run = manifest.get("run")
+    return isinstance(run, dict) and run.get("adapter") is not None
+
+
+def require_same_adapter(there: AdapterSpec | None, here: AdapterSpec | None, folder: Path) -> None:
+    """Refuse adapters of another kind, rank or scale."""
+    for key in ("kind", "rank", "alpha", "targets", "ranks", "tokens"):
+        if getattr(there, key) != getattr(here, key):
+            raise CheckpointError(
+                f"adapter.{key} is {getattr(there, key)} there and {getattr(here, key)} in this run",
+                where=str(folder),
+                hint=f"set adapter.{key} to the value there",
+            )
+
+
+def saved_adapter(manifest: Mapping[str, Any], folder: Path) -> AdapterSpec | None:
+    """The adapter of the run of a checkpoint."""
+    try:
+        return RunSpec.model_validate(manifest["run"]).adapter
+    except ValueError as error:
+        fact = f"the run in the manifest cannot be read: {str(error).splitlines()[0]}"
+        raise CheckpointError(fact, where=str(folder), hint="use an older checkpoint") from None

@@ -16,7 +16,6 @@ from torch import Tensor
 from meshwright.adapters.merge import MergedTensors, QuantisedTensors
 from meshwright.checkpoint.adapters import (
     base_record,
-    has_adapters,
     read_adapters,
     with_base_found,
 )
@@ -27,7 +26,7 @@ from meshwright.checkpoint.load import load_tensors, read_manifest, saved_shapes
 from meshwright.checkpoint.locate import is_checkpoint, locate_weights
 from meshwright.checkpoint.megatron_files import MegatronRankTensors, rank_files_folder
 from meshwright.checkpoint.new_tokens import ExtendedTensors
-from meshwright.checkpoint.start_folder import require_same_base, require_same_tensors
+from meshwright.checkpoint.start_folder import has_adapters, require_same_base, require_same_tensors
 from meshwright.errors import CheckpointError, SpecError
 from meshwright.models.decoder import Decoder, build_decoder
 from meshwright.models.hf_weights import HuggingFaceReader

@@ -143,7 +143,50 @@ def test_check_compares_the_base_with_the_run(
     for other in (base, tmp_path, tuned / "run.yaml"):
         assert run([*check, f"adapter.start_from={other}"]) == 2
         assert "this folder has no adapters" in capsys.readouterr().err
-    assert run([*check, f"adapter.start_from={tuned}"]) == 0
+
+
+def test_check_refuses_a_base_of_which_the_end_is_missing(
+    base: Path, tuned: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    assert run(["check", str(tuned / "run.yaml"), f"checkpoint.start_from={tmp_path / 'base'}"]) == 2
+    error = capsys.readouterr().err
+    assert "the file ends at byte" in error
+    assert "download or copy the file again" in error
+
+
+def test_check_compares_a_run_that_the_adapters_come_from(
+    base: Path, tuned: Path, tmp_path: Path, capsys: Captured
+) -> None:
+    check = ["check", str(tuned / "run.yaml"), f"adapter.start_from={tuned}"]
+    assert run(check) == 0
+    (newest,) = (tuned / "checkpoints").glob("step-*")
+    assert run([*check, f"adapter.start_from={newest}"]) == 0
+    assert run([*check, "adapter.alpha=8"]) == 2
+    assert "adapter.alpha is 16.0 there and 8.0 in this run" in capsys.readouterr().err
+    assert run(["convert", str(tuned), str(tmp_path / "other")]) == 0
+    assert run([*check, f"checkpoint.start_from={tmp_path / 'other'}"]) == 2
+    assert "the adapters were trained on other weights" in capsys.readouterr().err
+    assert run(["convert", str(base), str(tmp_path / "checkpoint")]) == 0
+    assert run([*check, f"adapter.start_from={tmp_path / 'checkpoint'}"]) == 2
+    assert "this checkpoint has no adapters" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["check", "train"])
+def test_a_run_of_unknown_settings_is_refused(
+    tuned: Path, tmp_path: Path, capsys: Captured, verb: str
+) -> None:
+    shutil.copytree(tuned, tmp_path / "there")
+    (manifest,) = (tmp_path / "there/checkpoints").glob("step-*/manifest.json")
+    content = json.loads(manifest.read_text())
+    content["run"]["adapter"]["rank"] = "four"
+    manifest.write_text(json.dumps(content))
+    directory = ["--dir", str(tmp_path / "new")] if verb == "train" else []
+    command = [verb, str(tuned / "run.yaml"), f"adapter.start_from={tmp_path / 'there'}", *directory]
+    assert run(command) == 2
+    assert "the run in the manifest cannot be read" in capsys.readouterr().err
 
 
 def test_check_compares_the_base_of_a_peft_folder(

@@ -64,6 +64,8 @@ class TensorFile:
         entry = self._entries[name]
         dtype, shape = entry["dtype"], _sizes(entry["shape"])
         begin, end = (self.end + offset for offset in _sizes(entry["data_offsets"]))
+        if dtype not in _ITEM_BYTES:
+            raise ValueError(f"{name} has the unknown dtype {dtype}")
         if end > self._file_bytes:
             raise ValueError(f"the file ends at byte {self._file_bytes}, and a tensor at {end}")
         if end - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
