@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context, parent_process
@@ -150,9 +151,15 @@ def _unwritable(hidden: Path, error: OSError) -> DataError:
 
 @contextmanager
 def writing_parts(hidden: Path) -> Iterator[None]:
-    """DataError where a part cannot be written, such as on a full disk; the parts before it stay."""
+    """DataError where a part cannot be written, such as on a full disk, or its worker is killed.
+
+    The parts before it stay.
+    """
     try:
         yield
+    except BrokenProcessPool as error:
+        hint = "often memory ran out: the same command with fewer --processes continues"
+        raise DataError("a worker process was killed", where=str(hidden.parent), hint=hint) from error
     except OSError as error:
         if error.filename is not None:  # a file of the input
             raise

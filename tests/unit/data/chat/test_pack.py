@@ -4,6 +4,7 @@ import datetime
 import errno
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -485,3 +486,21 @@ def test_a_saved_dataset_without_files_is_refused(
     with pytest.raises(DataError, match=fact) as refused:
         pack(tmp_path / "saved", tmp_path / "data", tokenizer)
     assert refused.value.hint and not (tmp_path / "data").exists()
+
+
+def test_a_killed_worker_is_no_fault(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the system where memory runs out: what is done stays."""
+    path = write_lines(tmp_path / "a.jsonl", chats())
+    monkeypatch.setattr(packing, "PIECE_BYTES", 1500)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "_encode_in_process", _killed)
+        with pytest.raises(DataError, match="a worker process was killed") as refused:
+            pack(path, tmp_path / "data", tokenizer, processes=2)
+    assert "--processes" in refused.value.hint and (tmp_path / ".data.packing" / "job").is_file()
+    assert pack(path, tmp_path / "data", tokenizer).counts.num_samples == 40
+
+
+def _killed(*arguments: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
