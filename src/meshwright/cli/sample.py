@@ -81,6 +81,7 @@ def sample(
             "chat": chat,
             "checkpoint": str(weights.origin),
             "step": weights.step,
+            "with_adapter": weights.adapters is not None,
         }
         typer.echo(json.dumps({**facts, "temperature": temperature, "top_k": top_k, "seed": seed}, indent=2))
         return

@@ -38,6 +38,9 @@ def sampled(directory: Path, capsys: Captured, *options: str) -> str:
 def test_the_adapter_on_and_off(tuned: Path, base: Path, capsys: Captured) -> None:
     without = sampled(tuned, capsys, "--no-adapter")
     assert without == sampled(base, capsys)
+    for options in ([], ["--no-adapter"]):
+        found = json.loads(sampled(tuned, capsys, "--json", *options))
+        assert found["with_adapter"] is not bool(options)
     assert without != sampled(tuned, capsys)
     assert run(["sample", str(base), "--prompt", "a", "--no-adapter"]) == 2
     assert "these weights have no adapters" in capsys.readouterr().err
