@@ -353,12 +353,13 @@ def _layout_table(found: Any, tokens: int) -> Any:
             f"{candidate.mfu:.1%}",
             show_bytes(candidate.device_bytes),
             show_seconds(candidate.days(tokens) * 86400),
-            _hours(candidate.device_hours(tokens)),
+            hours_text(candidate.device_hours(tokens)),
         )
     return table
 
 
-def _hours(hours: float) -> str:
+def hours_text(hours: float) -> str:
+    """Device-hours of a run as the table shows them."""
     from meshwright.units import show_count
 
-    return show_count(round(hours)) if hours >= 100 else f"{hours:.2g}"
+    return show_count(round(hours)) if hours >= 10 else f"{hours:.2g}"

@@ -11,7 +11,8 @@ Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A family (`meshwright models list`) or its hub id, a config.json or its folder, a YAML.",
+        help="A family (`meshwright models list`) or its hub id, a config.json or its folder, a run file "
+        "or a recipe.",
         autocompletion=complete_model,
     ),
 ]

@@ -123,7 +123,9 @@ def _hint_for_unknown(path: Path, root: type[Spec]) -> str:
     if close:
         return close
     homes = [dotted for dotted in every_key if dotted.rsplit(".", 1)[-1] == _last(path)]
-    return f"did you mean {homes[0]!r}?" if homes else f"the keys here are {_one_of(keys)}"
+    # A word that several sections have, such as `kind`, says little about which of them is meant.
+    is_clear = len(homes) == 1 or (homes and len(path) == 1)
+    return f"did you mean {homes[0]!r}?" if is_clear else f"the keys here are {_one_of(keys)}"
 
 
 _RECORDS_FILE = "records files of `meshwright.open_loader` have it"

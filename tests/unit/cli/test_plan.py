@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.main import run
+from meshwright.cli.plan import hours_text
 from meshwright.spec.text import load_run
 
 SMALL = ["plan", "llama-3.2-1b", "--seq", "2048", "--batch-tokens", "512K", "--tokens", "20B"]
@@ -129,3 +130,10 @@ def test_show_draws_schedules_and_memory(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["pp"] == 2
     assert run(["show", "memory", str(file), "--on", "h100:8"]) == 0
     assert "last stage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hours", "text"), [(0.276, "0.28"), (9.31, "9.3"), (99.6, "100"), (12345.0, "12.3K")]
+)
+def test_device_hours_have_no_exponent(hours: float, text: str) -> None:
+    assert hours_text(hours) == text

@@ -110,6 +110,11 @@ class TestModel:
     def test_a_name_that_is_no_family_labels_a_complete_model(self):
         assert parse_run(DENSE, ["model.family=mine"]).run.model.family == "mine"
 
+    def test_a_key_that_many_sections_have_is_not_taken_for_one_of_them(self):
+        """`preference.kind` was said to be `model.mlp.kind`."""
+        (found,) = violations("model: llama-3.2-1b\npreference: {kind: sigmoid}\n" + REST)
+        assert found.hint.startswith("the keys here are loss, beta")
+
     def test_a_slip_in_a_family_is_told(self):
         found = violations("model: {family: lama-3.2-1b, num_layers: 2}\n" + REST)
         assert "did you mean 'llama-3.2-1b'?" in {violation.hint for violation in found}

@@ -22,11 +22,12 @@ from meshwright.plan.search.finetune import (
 from meshwright.plan.search.pins import Pins
 from meshwright.plan.search.question import Objective, Question
 from meshwright.plan.workload.schedules import SCHEDULES, SPLIT_BACKWARD
+from meshwright.spec.families import is_family
 from meshwright.spec.huggingface import load_model
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.parameters import num_parameters
 from meshwright.spec.run import RunSpec
-from meshwright.spec.text import parse_run, read_run
+from meshwright.spec.text import parse_run, read_run, recipe_names
 from meshwright.spec.yaml_text import dump_yaml, parse_yaml
 from meshwright.units import show_bytes, show_count
 
@@ -158,10 +159,11 @@ def _model_tree(text: str | ModelSpec) -> dict[str, Any]:
     """The `model:` section and everything else of a run file except its layout."""
     if isinstance(text, ModelSpec):
         return {"model": text.model_dump(mode="json")}
-    if not text.endswith((".yaml", ".yml")):
+    is_recipe = text in recipe_names() and not is_family(text)
+    if not is_recipe and not text.endswith((".yaml", ".yml")):
         return {"model": text}
     try:
-        content = parse_yaml(read_text(text), text).value
+        content = {"recipe": text} if is_recipe else parse_yaml(read_text(text), text).value
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(
             f"cannot read {text}: {read_trouble(error)}", where="MODEL", hint="name a family or a file"

@@ -98,6 +98,12 @@ def test_a_part_of_the_weights_is_priced_as_all_of_them_and_says_so() -> None:
     assert told not in beside.assumed
 
 
+def test_a_recipe_is_planned_by_its_name_as_it_is_predicted() -> None:
+    asked = Request("llama-3.1-8b-qlora-24gb", parse_cluster("rtx4090:1"), parse_pins([]))
+    run = fill_request(asked).question.run
+    assert run.adapter is not None and run.adapter.base == "nf4" and run.data.sequence_length == 4096
+
+
 def test_an_error_in_a_run_file_names_no_line_of_the_completed_run(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: llama-3.2-1b\nadapter: {rank: 8, alpha: 16, base: bf16}\n")
