@@ -222,6 +222,8 @@ def damage_reported(path: Path, *, hint: str = _SAVE_AGAIN) -> Iterator[None]:
     """Inside, whatever an absent or damaged file raises is an error of that file."""
     try:
         yield
+    except PermissionError as error:
+        raise unreadable(path, read_trouble(error), "check the permissions of the file") from None
     except OSError as error:
         raise unreadable(path, read_trouble(error), hint) from None
     except (LookupError, ValueError, TypeError, RecursionError) as error:

@@ -84,6 +84,17 @@ def test_a_folder_without_one_of_its_files_is_refused(tmp_path: Path) -> None:
     assert "has adapter_model.bin in its place" in refusal(tmp_path / WEIGHTS_FILE).fact
 
 
+def test_a_file_that_may_not_be_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(_: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    folder = written(tmp_path / "adapter", LORA)
+    monkeypatch.setattr("meshwright.spec.huggingface.tensor_file.regular_file", denied)
+    error = refusal(folder)
+    assert error.fact == "cannot read the file: Permission denied"
+    assert "permissions" in error.hint
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_floating_dtypes_are_opened(tmp_path: Path, dtype: torch.dtype) -> None:
     file = written(tmp_path / "adapter", SCALED) / WEIGHTS_FILE
