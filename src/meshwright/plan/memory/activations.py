@@ -81,7 +81,9 @@ def after_recompute(at: Layouts, kept: Items, partial: Floats, block_input: Floa
 
 def block_input_bytes(work: Workload, at: Layouts) -> Floats:
     """What a layer is given of one micro-batch, and all that full recompute keeps of it."""
-    return work.working_bytes * at.microbatch_tokens(work.sequence_length) * work.model.width / at.tp
+    is_wide = work.adapters is not None and work.adapters.has_wide_stream
+    width = max(work.working_bytes, 4.0) if is_wide else work.working_bytes
+    return width * at.microbatch_tokens(work.sequence_length) * work.model.width / at.tp
 
 
 def kept_parts(work: Workload, at: Layouts, *, moe: bool) -> Items:
@@ -92,13 +94,14 @@ def kept_parts(work: Workload, at: Layouts, *, moe: bool) -> Items:
     one. Gathered inputs of column-parallel linears are full on every rank of tp.
     """
     model, width = work.model, work.working_bytes
-    tokens, residual = at.microbatch_tokens(work.sequence_length), block_input_bytes(work, at)
+    tokens, given = at.microbatch_tokens(work.sequence_length), block_input_bytes(work, at)
+    residual = width * tokens * model.width / at.tp
     gathered = np.where(at.regather == 1, residual, width * tokens * model.width)
     stream = residual if work.compiled else np.maximum(RESIDUAL_BYTES, width) / width * residual
     made = 1.0 if work.compiled else 2.0
     inner, activation = inner_bytes(work, at, moe=moe, made=made)
     parts = {
-        "inputs": 2.0 * stream,
+        "inputs": 2.0 * stream + given - residual,
         "norms": 2.0 * gathered + dropout_mask_bytes(work, tokens / at.tp),
         "attention": attention_bytes(work, at),
         "mask": _mask_bytes(work, at),

@@ -89,7 +89,8 @@ def _layer_matmuls(ctx: Context, *, moe: bool) -> list[Matmul]:
 def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
     """Bytes moved to dequantise a layer's frozen 4-bit weights for one pass; fp8 matmuls read the 8 bits."""
     adapters = ctx.workload.adapters
-    if adapters is None or adapters.base_bits >= 16 or ctx.workload.is_low_precision:
+    is_packed = adapters is not None and (adapters.base_bits < 16 or adapters.packed_bits is not None)
+    if adapters is None or not is_packed or ctx.workload.is_low_precision:
         return np.zeros(len(ctx.at))
     dense, experts = layer_elements(ctx, moe=moe)
     return (adapters.base_bits / 8.0 + ctx.workload.working_bytes) * (dense + experts)

@@ -103,6 +103,7 @@ def _adapters(run: RunSpec) -> Adapters | None:
         (added + in_full) / total,
         in_full / total,
         packed,
+        table_bits=_table_bits(run, run.adapter),
         has_dropout=has_dropout,
         is_dora=run.adapter.kind == "dora",
         trains_head=is_trained(EMBEDDING if run.model.tied_head else HEAD, run.adapter, run.train_only),
@@ -119,12 +120,19 @@ def _packed_bits(adapter: AdapterSpec) -> float | None:
 
 def _base_bits(run: RunSpec, adapter: AdapterSpec, packed_bits: float | None, num_frozen: int) -> float:
     """Mean bits of a frozen weight: NF4 and fp8 are for the linears and routed experts of the blocks."""
+    bits = _table_bits(run, adapter)
     if packed_bits is None:
-        return 32.0 if adapter.base == "weights" and run.precision.weights == "fp32" else 16.0
+        return bits
     in_fp8 = [one for group in fp8_base_groups(run.model) for one in group]
     packed = in_fp8 if adapter.base == "fp8" else adaptable(run.model)
     share = sum(one.num_elements for one in packed) / num_frozen
-    return share * packed_bits + (1.0 - share) * 16.0
+    return share * packed_bits + (1.0 - share) * bits
+
+
+def _table_bits(run: RunSpec, adapter: AdapterSpec) -> float:
+    """Bits of a frozen weight that is not packed: 16 where a base computes in bf16, else those of the run."""
+    is_bf16 = adapter.base != "weights" and run.precision.compute == "bf16"
+    return 16.0 if is_bf16 or run.precision.weights != "fp32" else 32.0
 
 
 def _fp8_layers(num_layers: int, fp8: Fp8Spec | None) -> float:

@@ -46,12 +46,24 @@ class Adapters:
     """Of them, the base's own that are trained in full, which are not stored as frozen ones."""
     packed_bits: float | None = None
     """Bits of a weight of the blocks that is stored in fp8 or NF4, with its scales; None: none is."""
+    table_bits: float | None = None
+    """Bits of a frozen weight that is not packed, such as those of the tables; None: as `base_bits`."""
     has_dropout: bool = False
     """Whether the input of every adapter is read and written once more, in each pass."""
     is_dora: bool = False
     """Whether outputs are scaled by a trained magnitude over the norm of W + B A."""
     trains_head: bool = False
     """Whether the head, or the table that is tied to it, is trained in full beside the adapters."""
+
+    @property
+    def has_wide_tables(self) -> bool:
+        """Whether frozen weights that are not packed, the token table among them, are in fp32."""
+        return (self.base_bits if self.table_bits is None else self.table_bits) > 16
+
+    @property
+    def has_wide_stream(self) -> bool:
+        """Whether the residual stream is in fp32, as what is read from a table in fp32 beside NF4 weights."""
+        return self.packed_bits is not None and self.has_wide_tables
 
     @property
     def repeats_frozen(self) -> bool:
