@@ -149,7 +149,7 @@ class Framework:
         each, chunk = HEAD_GRADIENT_BYTES + workload.working_bytes, self.loss_chunk_bytes
         if workload.adapters is not None and not workload.adapters.trains_head:
             # A frozen head has no gradient, and in 16 bits no cast copy.
-            each = workload.working_bytes if workload.adapters.has_wide_tables else 0.0
+            each = workload.working_bytes if workload.adapters.has_fp32_tables else 0.0
             chunk = self.frozen_loss_chunk_bytes
         return np.minimum(full, chunk) + each * vocabulary * workload.model.width
 

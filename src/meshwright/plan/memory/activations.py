@@ -81,8 +81,8 @@ def after_recompute(at: Layouts, kept: Items, partial: Floats, block_input: Floa
 
 def block_input_bytes(work: Workload, at: Layouts) -> Floats:
     """What a layer is given of one micro-batch, and all that full recompute keeps of it."""
-    is_wide = work.adapters is not None and work.adapters.has_wide_stream
-    width = max(work.working_bytes, 4.0) if is_wide else work.working_bytes
+    is_fp32 = work.adapters is not None and work.adapters.has_fp32_stream
+    width = max(work.working_bytes, 4.0) if is_fp32 else work.working_bytes
     return width * at.microbatch_tokens(work.sequence_length) * work.model.width / at.tp
 
 

@@ -304,7 +304,7 @@ def _movable(work: Workload, at: Layouts, stack: Framework, rank: RankParameters
 def embedding_bytes(work: Workload, stack: Framework) -> float:
     """Bytes of the unsharded token table; beside a packed base it is in 16 bits."""
     frozen = work.adapters
-    each = stack.state.weight if frozen is None else 4.0 if frozen.has_wide_tables else 2.0
+    each = stack.state.weight if frozen is None else 4.0 if frozen.has_fp32_tables else 2.0
     return each * work.counts.embedding
 
 

@@ -56,14 +56,14 @@ class Adapters:
     """Whether the head, or the table that is tied to it, is trained in full beside the adapters."""
 
     @property
-    def has_wide_tables(self) -> bool:
+    def has_fp32_tables(self) -> bool:
         """Whether frozen weights that are not packed, the token table among them, are in fp32."""
         return (self.base_bits if self.table_bits is None else self.table_bits) > 16
 
     @property
-    def has_wide_stream(self) -> bool:
+    def has_fp32_stream(self) -> bool:
         """Whether the residual stream is in fp32, as what is read from a table in fp32 beside NF4 weights."""
-        return self.packed_bits is not None and self.has_wide_tables
+        return self.packed_bits is not None and self.has_fp32_tables
 
     @property
     def repeats_frozen(self) -> bool:
