@@ -6,6 +6,7 @@ DP = "tests/equivalence/test_dp.py::"
 AXIS = "tests/equivalence/test_layouts.py::test_each_axis"
 RESUME = "tests/resume/test_resume.py::"
 ADAPTERS = "tests/equivalence/test_adapters.py::test_adapters_equal_merged_weights"
+STACKS = "tests/unit/adapters/test_expert_stack.py::"
 DROPOUT = "tests/equivalence/test_adapter_dropout.py::test_masks_are_those_of_one_device"
 ENDS = "tests/equivalence/test_adapted_ends.py::test_equal_merged_weights"
 JOINT = "tests/unit/parallel/test_fused_projections.py::"
@@ -492,6 +493,21 @@ BUGS = [
         "return self.alpha / (math.sqrt(self.rank)",
         "return self.alpha / (1.0",
         ADAPTERS + "[gqa]",
+    ),
+    Bug(
+        "experts and ranks of a stacked lora_B exchanged",
+        "adapters/peft_read.py",
+        "unflatten(1, (rank, stack.num_experts))[:, ranks, experts].permute(2, 0, 1)",
+        "unflatten(1, (stack.num_experts, rank))[:, experts, ranks].permute(1, 0, 2)",
+        STACKS + "test_logits_are_those_of_peft[mixtral-8x7b-experts]",
+    ),
+    Bug(
+        "up of stacked experts read from the rows of gate",
+        "adapters/expert_stack.py",
+        'first = width if own == "up" else 0',
+        "first = 0",
+        STACKS + "test_logits_are_those_of_peft[mixtral-8x7b-experts]",
+        is_wide=True,
     ),
     Bug(
         "dropout on the output of an adapter",

@@ -17,7 +17,7 @@ from meshwright.spec import AdapterSpec
 
 CONFIG_FILE = "adapter_config.json"
 _MAX_CONFIG_BYTES = 16 * MIB
-_MERGE = "merge it into its base with peft, and start from the merged model"
+MERGE = "merge it into its base with peft, and start from the merged model"
 _OTHER_FUNCTIONS = (
     "lora_bias",
     "alora_invocation_tokens",
@@ -49,6 +49,8 @@ class PeftConfig:
     """Whether a tied head follows an embedding that is trained in full."""
     tokens: dict[str, list[int]]
     """Module -> ids of the tokens whose rows are trained; "" is the embedding, under any name."""
+    version: tuple[int, ...] = ()
+    """Major, minor and patch of the peft that saved it; empty where it does not say."""
 
     def scale(self, module: str, rank: int) -> float:
         """The factor on B A x of a module."""
@@ -94,6 +96,7 @@ def read_peft_config(folder: Path) -> PeftConfig:
             modules=_texts(config, "modules_to_save"),
             ties_weights=_flag(config, "ensure_weight_tying"),
             tokens=_tokens(config),
+            version=_version(config.get("peft_version")),
         )
     except FileNotFoundError:
         hint = "copy it from where the adapter was saved: it has the scale of the tensors beside it"
@@ -116,17 +119,17 @@ def require_same_kind(config: PeftConfig, adapter: AdapterSpec, folder: Path) ->
 def _refuse_other_kinds(config: dict[str, Any], path: Path) -> None:
     for key, usual in (("peft_type", "LORA"), ("bias", "none")):
         if config.get(key, usual) != usual:
-            raise CheckpointError(f"{key} is {config[key]!r}", where=str(path), hint=_MERGE)
+            raise CheckpointError(f"{key} is {config[key]!r}", where=str(path), hint=MERGE)
     for key in _OTHER_FUNCTIONS:
         if config.get(key):
             fact = f"{key} is set, and adapters here compute another function"
-            raise CheckpointError(fact, where=str(path), hint=_MERGE)
+            raise CheckpointError(fact, where=str(path), hint=MERGE)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
         raise CheckpointError(
             f"init_lora_weights is {start!r}: peft changed the base before it trained these adapters",
             where=str(path),
-            hint=f"{_MERGE}, or save it with path_initial_model_for_weight_conversion",
+            hint=f"{MERGE}, or save it with path_initial_model_for_weight_conversion",
         )
 
 
@@ -170,6 +173,11 @@ def _tokens(config: dict[str, Any]) -> dict[str, list[int]]:
         if not isinstance(ids, list) or not all(type(one) is int for one in ids):
             raise ValueError(f"trainable_token_indices has {_shown(ids)}, no list of ids")
     return by_module
+
+
+def _version(value: Any) -> tuple[int, ...]:
+    found = re.match(r"(\d{1,6})\.(\d{1,6})\.(\d{1,6})", value) if isinstance(value, str) else None
+    return tuple(map(int, found.groups())) if found else ()
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from meshwright.adapters.peft_config import CONFIG_FILE, ends_with, read_peft_config, require_same_kind
+from meshwright.adapters.expert_stack import FIRST_VERSION, ExpertStack, shape_hint
+from meshwright.adapters.peft_config import CONFIG_FILE, MERGE, ends_with, read_peft_config, require_same_kind
 from meshwright.adapters.peft_names import (
     PREFIX,
     ROWS_SUFFIX,
@@ -37,11 +38,12 @@ RANK_DIMS = {LORA_A: -2, LORA_B: -1}
 _PICKLE_FILE = "adapter_model.bin"
 _FROZEN_TABLE = re.compile(r"\.(embed_tokens|wte|lm_head)\.(token_adapter\.)?base_layer\.weight$")
 _NAMED_FACTOR = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$")
-_FUSED_EXPERTS = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.weight$")
+_STACKED_EXPERTS = re.compile(r"\.experts\.(base_layer\.)?lora_[AB]\.weight$")
+_ROUTER = re.compile(r"\.gate\.lora_[AB]\.weight$")
 _HEAD, _FLOATING = "lm_head", ("F", "BF")
 _TRAIN_ONLY = "name it in train_only: embedding.tokens.weight, head.weight, *norm* and so on"
+_OTHER_SHAPE = "use the adapter's rank in adapter.rank, and its base in checkpoint.start_from"
 _SAVE_AGAIN = "save the adapter again, as safetensors"
-_MERGE = "merge it into its base with peft, and start from the merged model"
 
 
 def is_peft_folder(folder: Path) -> bool:
@@ -66,7 +68,8 @@ class PeftFolder:
         self._ranges = self._open()
         self.disk_name = self._disk_names()
         self.parts: dict[str, tuple[PeftMatrix, str]] = {}
-        for one in peft_matrices(model, adapter, where=str(folder)):
+        has_stacks = any(_STACKED_EXPERTS.search(key) for key in self.disk_name)
+        for one in peft_matrices(model, adapter, where=str(folder), has_stacks=has_stacks):
             for parameter in one.matrix.parameters:
                 self.parts[parameter.name] = (one, parameter.kind)
         self.rows: dict[str, PeftRows] = {
@@ -90,7 +93,8 @@ class PeftFolder:
     def rank_there(self, one: PeftMatrix) -> int:
         """The rank of a module there: above that of the run where a writer padded all to the largest one."""
         shape = self._range(one.keys(LORA_A)[0]).shape or (0,)
-        return shape[-1 if one.is_transposed else 0]
+        rank = shape[-1 if one.is_transposed else 0]
+        return rank if one.stack is None else rank // one.stack.num_experts
 
     @property
     def base_digest(self) -> str | None:
@@ -146,7 +150,7 @@ class PeftFolder:
         apart = [one for one in self.config.modules if any(ends_with(table, one) for table in tables)]
         if apart and not self.config.ties_weights:
             fact = f"{apart[0]} was trained apart from the table that it is tied to in this run"
-            self._refuse(f"{fact} (modules_to_save without ensure_weight_tying)", _MERGE)
+            self._refuse(f"{fact} (modules_to_save without ensure_weight_tying)", MERGE)
 
     def _check_tokens(self) -> None:
         """Refuse rows of other tokens than the run trains."""
@@ -170,6 +174,9 @@ class PeftFolder:
 
     def _check_shapes(self) -> None:
         for one, own in self.parts.values():
+            if one.stack is not None:
+                self._check_stack(one, one.stack, own)
+                continue
             shape = next(each.shape for each in one.matrix.parameters if each.kind == own)
             expected = list(shape[1:] if one.matrix.is_expert else shape)
             if own in RANK_DIMS and self._is_padded(one):
@@ -181,12 +188,25 @@ class PeftFolder:
         for one in self.rows.values():
             self._check_shape(one.key, [len(self._adapter.tokens), self._shapes[one.table][1]])
 
+    def _check_stack(self, one: PeftMatrix, stack: ExpertStack, own: str) -> None:
+        """Refuse factors of stacked experts of another shape, or whose shape may have two meanings."""
+        key = one.keys(own)[0]
+        rank = self.rank_there(one) if self._is_padded(one) else one.matrix.rank
+        hint = shape_hint(stack, own, list(self._range(key).shape), self.rank_there(one))
+        self._check_shape(key, stack.shape(own, rank), hint)
+        if stack.num_inputs == stack.num_outputs and self.config.version < FIRST_VERSION:
+            fact = f"{key} has as many inputs as outputs, which peft before 0.19.1 took for each other"
+            self._refuse(f"{fact}, and the config names no newer one in peft_version", MERGE)
+
     def _is_padded(self, one: PeftMatrix) -> bool:
         """Whether the ranks there beyond those of the run add nothing: their columns of B are zero."""
         if self.rank_there(one) <= one.matrix.rank:
             return False
+        rows, rank = slice(None), one.matrix.rank
+        if one.stack is not None:
+            rows, rank = one.stack.own_outputs, rank * one.stack.num_experts
         factors = [self._bytes_of(key, is_transposed=one.is_transposed) for key in one.keys(LORA_B)]
-        return all(b is not None and not b[:, one.matrix.rank :].any() for b in factors)
+        return all(b is not None and not b[rows, rank:].any() for b in factors)
 
     def _bytes_of(
         self, key: str, *, is_transposed: bool
@@ -208,12 +228,11 @@ class PeftFolder:
                 fact = f"damaged: r is {there:g} for {one.modules[0]}, whose tensors have {in_file}"
                 raise CheckpointError(fact, where=place, hint="save the adapter again")
 
-    def _check_shape(self, key: str, expected: list[int]) -> None:
+    def _check_shape(self, key: str, expected: list[int], hint: str = _OTHER_SHAPE) -> None:
         dtype, shape, *_ = self._range(key)
         if not dtype.startswith(_FLOATING):
             self._refuse(f"{key} has dtype {dtype}, no floating one", "save the adapter again")
         if list(shape) != expected:
-            hint = "use the adapter's rank in adapter.rank, and its base in checkpoint.start_from"
             self._refuse(f"{key} has shape {_text(shape)}, and {_text(expected)} in this run", hint)
 
 
@@ -240,8 +259,13 @@ def _hint_for_names(name: str, found: Iterable[str]) -> str:
     """What to do about a tensor that only the folder, or only the run has."""
     if not any(key.startswith(PREFIX) for key in found):
         return f"peft's names begin with {PREFIX!r}: rename the tensors of the folder"
-    if any(_FUSED_EXPERTS.search(key) for key in found):
-        return f"routed experts have one A and B each here, not target_parameters: {_MERGE}"
+    if _ROUTER.search(name):
+        return f"routers have no adapters here: {MERGE}"
+    if _STACKED_EXPERTS.search(name):
+        return (
+            "name in adapter.targets what target_parameters has in its adapter_config.json: gate_up_proj is "
+            "gate and up of the routed experts, and down_proj is down"
+        )
     if ".lora_" not in name and not name.endswith(ROWS_SUFFIX):
         return _TRAIN_ONLY
     return (

@@ -1,13 +1,15 @@
 """Names of adapters in a peft folder, and what one of our adapters is made of there.
 
-A matrix of ours is one module of the Hugging Face model; stacked routed experts are one module per expert.
-Of the embedding peft stores both factors transposed and under the other letter. Beside adapters a folder may
-have trained rows of single tokens, and modules that are trained in full (`modules_to_save`).
+A matrix of ours is one module of the Hugging Face model; routed experts are one module per expert, or parts
+of a stacked parameter (`expert_stack.py`). Of the embedding peft stores both factors transposed and under the
+other letter. Beside adapters a folder may have trained rows of single tokens, and modules that are trained in
+full (`modules_to_save`).
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from meshwright.adapters.expert_stack import ExpertStack, expert_stack
 from meshwright.errors import CheckpointError
 from meshwright.spec import AdapterSpec, ModelSpec
 from meshwright.spec.adapter import (
@@ -37,11 +39,14 @@ class PeftMatrix:
 
     matrix: AdaptedMatrix
     modules: tuple[str, ...]
+    stack: ExpertStack | None = None
+    """Where the experts are parts of: then the only module is that parameter."""
 
     def keys(self, own: str) -> list[str]:
         """Tensors in the peft file that lora_A, lora_B or magnitude of this matrix consist of."""
         suffixes = _EMBEDDING_SUFFIXES if self.is_transposed else _SUFFIXES
-        return [f"{PREFIX}{module}.{suffixes[own]}" for module in self.modules]
+        modules = self.modules if self.stack is None else (self.stack.module,)
+        return [f"{PREFIX}{module}.{suffixes[own]}" for module in modules]
 
     @property
     def is_transposed(self) -> bool:
@@ -49,11 +54,14 @@ class PeftMatrix:
         return self.matrix.weight.kind == "embedding"
 
 
-def peft_matrices(model: ModelSpec, adapter: AdapterSpec, *, where: str) -> list[PeftMatrix]:
-    """The adapted matrices with their modules in a Hugging Face model."""
-    on_disk = sources(model)
+def peft_matrices(
+    model: ModelSpec, adapter: AdapterSpec, *, where: str, has_stacks: bool = False
+) -> list[PeftMatrix]:
+    """The adapted matrices with their modules in a Hugging Face model; with stacks, of its newer form."""
+    on_disk, adapted = sources(model), adapted_matrices(model, adapter)
+    names = {one.weight.name for one in adapted}
     found: list[PeftMatrix] = []
-    for matrix in adapted_matrices(model, adapter):
+    for matrix in adapted:
         source = on_disk.get(matrix.weight.name, _TIED_HEAD)
         if source.third is not None:
             raise CheckpointError(
@@ -63,6 +71,10 @@ def peft_matrices(model: ModelSpec, adapter: AdapterSpec, *, where: str) -> list
             )
         if matrix.is_expert and matrix.kind == "dora":
             raise CheckpointError("peft has no DoRA for routed experts", where=where, hint=_MERGE)
+        if has_stacks and matrix.is_expert:
+            stack = expert_stack(matrix, source.names[0], names, where=where)
+            found.append(PeftMatrix(matrix, (stack.parameter,), stack))
+            continue
         modules = tuple(name.removesuffix(".weight") for name in source.names)
         found.append(PeftMatrix(matrix, modules))
     return found

@@ -8,10 +8,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from meshwright.adapters.expert_stack import ExpertStack
 from meshwright.adapters.peft_folder import RANK_DIMS, WEIGHTS_FILE, PeftFolder, unreadable
 from meshwright.adapters.peft_names import PeftRows
 from meshwright.spec import AdapterSpec, ModelSpec
-from meshwright.spec.adapter import LORA_B
+from meshwright.spec.adapter import LORA_A, LORA_B
 
 ReadBaseRows = Callable[[str, list[int]], Tensor]
 """Reads rows of a table of the base, by our name."""
@@ -51,7 +52,9 @@ class PeftReader:
         one, own = self.there.parts[name]
         index = _within_rank(index, own, one.matrix.rank)
         keys = one.keys(own)
-        if one.is_transposed:
+        if one.stack is not None:
+            value = _of_stack(self._slices(keys[0]), one.stack, own, index, rank=self.there.rank_there(one))
+        elif one.is_transposed:
             value = self._slices(keys[0])[index[::-1]].mT
         elif one.matrix.is_expert:
             first, *rest = index
@@ -71,6 +74,22 @@ class PeftReader:
         ids = self.there.token_ids(rows)
         in_order = torch.tensor([ids.index(one) for one in sorted(ids)])
         return there[in_order] - self._read_base_rows(rows.table, sorted(ids)).float()
+
+
+def _of_stack(factor: Any, stack: ExpertStack, own: str, index: tuple[slice, ...], *, rank: int) -> Tensor:
+    """A slice of the experts' A[experts, rank, inputs] or B[experts, outputs, rank] of a stacked parameter.
+
+    Of A only the rows of the experts are read; of B the rows of the outputs, which have all experts.
+    """
+    if own == LORA_A:
+        experts, ranks, inputs = index
+        first, end, _ = experts.indices(stack.num_experts)
+        rows = factor[first * rank : end * rank, inputs]
+        return rows.unflatten(0, (end - first, rank))[:, ranks].clone()
+    experts, outputs, ranks = index
+    first, end, _ = outputs.indices(stack.own_outputs.stop - stack.own_outputs.start)
+    rows = factor[stack.own_outputs.start + first : stack.own_outputs.start + end, :]
+    return rows.unflatten(1, (rank, stack.num_experts))[:, ranks, experts].permute(2, 0, 1).contiguous()
 
 
 def _open(path: Path) -> Any:

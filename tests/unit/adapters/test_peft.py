@@ -377,20 +377,6 @@ def test_a_tied_table_that_peft_trained(tmp_path: Path, modules: list[str], is_t
     assert (ours - expected).abs().max() < TOLERANCE * expected.abs().max()
 
 
-def test_experts_that_peft_adapted_as_one_parameter_are_refused(tmp_path: Path) -> None:
-    model = shrunk_family("qwen3-30b-a3b")
-    peft_model(
-        model,
-        tmp_path,
-        target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )
-    adapter = LORA.with_(targets=("q_proj", "gate_proj", "up_proj", "down_proj"))
-    with pytest.raises(CheckpointError) as caught:
-        PeftReader(tmp_path / "adapter", model, adapter)
-    assert "target_parameters" in caught.value.hint
-
-
 KINDS = ["lora", "rslora", "dora"]
 
 
