@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.initial import load_initial_weights
+from meshwright.data.packing_cache import PLAN_VERSION
 from meshwright.data.pair_samples import NO_PAIR, PairSamples
 from meshwright.errors import DataError
 from meshwright.mesh import Mesh, build_mesh, join_world
@@ -56,7 +57,8 @@ def store_log_probs(run: RunSpec, *, force: bool, progress: Callable[[int, int],
     on_first_rank(lambda: _require_place(folder, facts, force=force))
     training = build_training(run, mesh)
     load_initial_weights(run, training)
-    table, start = _begun(folder, facts, mesh, samples.num_pairs)
+    facts_of_rows = {**facts, "rows of": f"packing v{PLAN_VERSION}, {samples.sequence_length} tokens"}
+    table, start = _begun(folder, facts_of_rows, mesh, samples.num_pairs)
     group = BATCHES_BETWEEN_SAVES * batches.sharding.batch_sequences
     while start < len(samples):
         rows = range(start, min(start + group, len(samples)))
@@ -65,7 +67,7 @@ def store_log_probs(run: RunSpec, *, force: bool, progress: Callable[[int, int],
         pairs = pairs[pairs != NO_PAIR]
         table[pairs], start = found[pairs], rows.stop
         if mesh.rank == 0:
-            write_table(folder, (PARTIAL_FILE, PARTIAL_FACTS), table, {**facts, "rows": start})
+            write_table(folder, (PARTIAL_FILE, PARTIAL_FACTS), table, {**facts_of_rows, "rows": start})
             progress(start, len(samples))
     on_first_rank(lambda: _finish(folder, table, facts))
     return samples.num_pairs
@@ -83,7 +85,10 @@ def _require_place(folder: Path, facts: Facts, *, force: bool) -> None:
 
 
 def _begun(folder: Path, facts: Facts, mesh: Mesh, num_pairs: int) -> tuple[Table, int]:
-    """What an earlier call with the same facts has left: its table (on rank 0) and the rows that it has."""
+    """What an earlier call with the same facts has left: its table (on rank 0) and the rows that it has.
+
+    Rows of another length have other pairs, so their length is one of the facts.
+    """
     rows = _from_first_rank(lambda: _partial_rows(folder, facts), mesh)
     if rows and mesh.rank == 0:
         return np.load(folder / PARTIAL_FILE, allow_pickle=False), rows

@@ -117,6 +117,31 @@ def test_the_same_command_continues_after_a_kill(run_file: str, monkeypatch: pyt
     assert not list(folder.glob(".reference*"))
 
 
+def test_a_pass_with_rows_of_another_length_does_not_continue(
+    run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+):
+    """Rows of another length have other pairs, so those done by number would leave some out."""
+    folder, compute = Path(run_file).parent / "pairs", store_log_probs.reference_log_probs
+    passes = ["data", "logprobs", run_file, "-q", "model.max_positions=32"]
+    assert command([*passes, "data.sequence_length=32"]) == 0
+    expected = np.load(folder / "reference_logprobs.npy")
+    for name in ("reference_logprobs.npy", "reference_logprobs.json"):
+        (folder / name).unlink()
+    monkeypatch.setattr(store_log_probs, "BATCHES_BETWEEN_SAVES", 1)
+
+    def killed_later(*arguments, rows: range):
+        if rows.start:
+            raise KeyboardInterrupt
+        return compute(*arguments, rows=rows)
+
+    monkeypatch.setattr(store_log_probs, "reference_log_probs", killed_later)
+    assert command(passes) != 0
+    assert list(folder.glob(".reference*"))
+    monkeypatch.setattr(store_log_probs, "reference_log_probs", compute)
+    assert command([*passes, "data.sequence_length=32"]) == 0
+    assert np.load(folder / "reference_logprobs.npy") == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_dataset_that_cannot_be_written_is_refused_before_the_pass(
     run_file: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ):
