@@ -76,17 +76,22 @@ def _adapters_digest(folder: Path) -> str:
 
 
 def write_table(folder: Path, names: tuple[str, str], table: Table, facts: Facts) -> None:
-    """Write table and facts; each file appears when it is complete, the facts last."""
-    for name, content in ((names[0], table), (names[1], None)):
-        partial = folder / f".{name}"
-        with partial.open("wb") as file:
-            if content is None:
-                file.write((json.dumps(facts) + "\n").encode())
-            else:
+    """Write table and facts; each file appears when it is complete, the facts last.
+
+    Facts of an earlier table go before it does: a kill in between must not leave them beside the new one.
+    """
+    drafts = [folder / f".{name}" for name in names]
+    for draft, content in zip(drafts, (table, facts), strict=True):
+        with draft.open("wb") as file:
+            if isinstance(content, np.ndarray):
                 np.save(file, content)
+            else:
+                file.write((json.dumps(content) + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(folder / name)
+    (folder / names[1]).unlink(missing_ok=True)
+    for draft, name in zip(drafts, names, strict=True):
+        draft.replace(folder / name)
 
 
 def read_run_table(run_dir: Path, facts: Facts) -> Table:
