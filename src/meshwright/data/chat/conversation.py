@@ -148,9 +148,8 @@ class _Reading:
         chosen, rejected = record["chosen"], record["rejected"]
         prompt = record.get("prompt")
         prompt = record.get("conversations") if prompt is None else prompt
-        if prompt is not None and chosen == rejected:
-            hint = "remove the record: equal answers state no preference"
-            raise self._error("'chosen' and 'rejected' are equal", hint=hint)
+        if chosen == rejected:
+            raise self._equal_answers()
         are_texts = isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str)
         if are_texts and not self.texts_are_turns:
             one, other = (chosen, "chosen"), (rejected, "rejected")
@@ -217,12 +216,36 @@ class _Reading:
             if one.message != other.message:
                 break
             shared += 1
-        if shared == 0 or shared >= min(len(chosen), len(rejected)):
-            hint = "without 'prompt', both are conversations with the same first turns and other last ones"
-            raise self._error("'chosen' and 'rejected' do not begin alike and then differ", hint=hint)
+        self._require_difference(chosen, rejected, shared)
+        for turn in [*chosen[shared:], *rejected[shared:]]:
+            self._require_plain_weight(turn)
         ready = [[*map(_untrained, each[:shared]), *each[shared:]] for each in (chosen, rejected)]
         one, other = (self._conversation(self._with_system(each)) for each in ready)
         return Pair(one, other)
+
+    def _require_difference(self, chosen: list[Turn], rejected: list[Turn], shared: int) -> None:
+        """DataError where the conversations have no first turn in common, or one has nothing of its own."""
+        if shared == len(chosen) == len(rejected):
+            raise self._equal_answers()
+        if shared == 0:
+            hint = "without 'prompt', both are conversations with the same first turns and other last ones"
+            raise self._error("'chosen' and 'rejected' do not begin alike", hint=hint)
+        for key, other, turns in (("chosen", "rejected", chosen), ("rejected", "chosen", rejected)):
+            if shared == len(turns):
+                hint = "end both with turns that differ, or remove the record"
+                raise self._error(f"{other!r} begins with all of {key!r}, which has no turn left", hint=hint)
+
+    def _require_plain_weight(self, turn: Turn) -> None:
+        if turn.weight not in (None, 0.0, 1.0):
+            fact = (
+                f"a turn of the pair has weight {turn.weight:g}; an answer is the plain sum of its log-probs"
+            )
+            hint = "leave 'weight' out; with \"train\": false a turn does not count"
+            raise self._error(fact, hint=hint)
+
+    def _equal_answers(self) -> DataError:
+        hint = "remove the record: equal answers state no preference"
+        return self._error("'chosen' and 'rejected' are equal", hint=hint)
 
     def _conversation(self, turns: list[Turn]) -> Conversation:
         if not any(turn.is_answer for turn in turns):

@@ -161,6 +161,13 @@ def test_only_what_differs_between_the_answers_of_a_pair_is_trained() -> None:
     assert [turn.weight for turn in pair.rejected.turns] == [None, 0.0, None, None]
 
 
+def test_turns_of_an_answer_may_be_left_out() -> None:
+    left_out = {"role": "assistant", "content": "y", "train": False}
+    answer = [left_out, {"role": "user", "content": "?"}, {"role": "assistant", "content": "z", "weight": 1}]
+    pair = read({"prompt": "?", "chosen": answer, "rejected": "b"})
+    assert [turn.weight for turn in pair.chosen.turns] == [None, 0.0, None, 1.0]
+
+
 def test_the_system_text_of_a_record_is_its_first_turn() -> None:
     asked, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
     system = {"role": "system", "content": "s"}
@@ -213,6 +220,7 @@ def test_no_text_has_lone_surrogates_or_the_marks_of_the_template() -> None:
 
 USER = {"role": "user", "content": "?"}
 CALLER = {"role": "assistant", "content": None}
+ANSWERED = {"role": "assistant", "content": "x"}
 
 
 @pytest.mark.parametrize(
@@ -234,7 +242,13 @@ CALLER = {"role": "assistant", "content": None}
         ({"prompt": "?", "completion": " "}, "", "'completion' is empty"),
         ({"prompt": "?", "completion": "x", "label": False}, "", "'label' is false"),
         ({"prompt": "?", "chosen": "a", "rejected": ""}, "", "'rejected' is empty"),
-        ({"chosen": [USER], "rejected": [USER]}, "", "do not begin alike and then differ"),
+        ({"chosen": [USER], "rejected": [USER]}, "", "'chosen' and 'rejected' are equal"),
+        ({"chosen": [USER, ANSWERED], "rejected": [ANSWERED]}, "", "do not begin alike"),
+        ({"prompt": [USER], "chosen": "x", "rejected": [ANSWERED]}, "", "'chosen' and 'rejected' are equal"),
+        ({"prompt": "?", "chosen": "x", "rejected": [ANSWERED, USER, ANSWERED]}, "", "'rejected' begins with all of 'chosen'"),
+        ({"chosen": [USER, ANSWERED, USER, ANSWERED], "rejected": [USER, ANSWERED]}, "", "'chosen' begins with all of 'rejected'"),
+        ({"prompt": "?", "chosen": "x", "rejected": [{**ANSWERED, "content": "y", "weight": -2}]}, "", "a turn of the pair has weight -2"),
+        ({"prompt": "?", "chosen": [{**ANSWERED, "weight": 0.5}], "rejected": "y"}, "", "a turn of the pair has weight 0.5"),
         ({"chosen": "a", "rejected": "b"}, "", "has no 'prompt'"),
         ({"instruction": "a", "output": ""}, "", "'output' is empty"),
         ({"input_ids": [1, 2], "weights": [1]}, "", "2 tokens have 1 weights"),
