@@ -64,8 +64,10 @@ class Evaluation:
     """Of a run on preference pairs, whose loss is the mean of a pair."""
 
     @property
-    def perplexity(self) -> float:
-        """exp(loss); infinite where that is too large for a float."""
+    def perplexity(self) -> float | None:
+        """exp(loss); infinite where that is too large for a float, None where the loss is not of tokens."""
+        if self.pairs is not None:
+            return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 

@@ -57,6 +57,7 @@ def test_a_run_with_stored_log_probs_equals_one_that_computes_them(run_file: str
     assert command(["evaluate", str(home / "live"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["loss"] == pytest.approx(held_out_loss, rel=1e-12)
+    assert found["perplexity"] is None  # the loss is that of a pair, not of a token
     assert found["pairs"]["count"] > 0 and 0 <= found["pairs"]["reward_accuracy"] <= 1
     assert command(["evaluate", str(home / "live"), "--data", str(home / "pairs"), "-q"]) == 0
     assert f"{NUM_PAIRS} pairs" in capsys.readouterr().out
