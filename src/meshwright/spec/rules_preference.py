@@ -33,7 +33,9 @@ def preference_settings_have_effect(run: RunSpec) -> Violations:
         fact = f"label_smoothing={preference.label_smoothing:g} has no effect on loss={preference.loss}"
         yield SpecError(fact, where="preference.label_smoothing", hint="set it to 0, or loss=sigmoid")
     elif preference.label_smoothing >= 0.5:
-        fact = f"label_smoothing={preference.label_smoothing:g} takes rejected answers for the better ones"
+        fact = (
+            f"label_smoothing={preference.label_smoothing:g} says that half of the labels or more are wrong"
+        )
         yield SpecError(fact, where="preference.label_smoothing", hint="use less than 0.5")
     if preference.margin and preference.loss != "simpo":
         fact = f"margin={preference.margin:g} has no effect on loss={preference.loss}"
