@@ -29,5 +29,11 @@ def test_a_resume_without_the_reference_is_refused(ranks, tmp_path: Path):
     run = pair_run(DPO)
     attempt(ranks, run, tmp_path, stop_after=1)
     (tmp_path / "reference.npy").unlink()
-    with pytest.raises((RankFailure, MeshwrightError), match="reference log-probs of this run cannot"):
+    with pytest.raises((RankFailure, MeshwrightError), match="this run has no reference log-probs"):
         attempt(ranks, run, tmp_path)
+
+
+def test_a_resume_with_a_loss_that_needs_a_reference_is_refused(ranks, tmp_path: Path):
+    attempt(ranks, pair_run(PreferenceSpec(loss="simpo")), tmp_path, stop_after=1)
+    with pytest.raises((RankFailure, MeshwrightError), match="began with a loss that has no reference"):
+        attempt(ranks, pair_run(DPO), tmp_path)

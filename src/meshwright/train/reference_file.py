@@ -99,6 +99,12 @@ def read_run_table(run_dir: Path, facts: Facts) -> Table:
     path, hint = run_dir / REFERENCE_FILE, "put the file back, or start over in another directory (--dir)"
     try:
         found, table = read_table(run_dir, (REFERENCE_FILE, FACTS_FILE))
+    except FileNotFoundError as error:
+        fact = (
+            "this run has no reference log-probs: they are lost, or it began with a loss "
+            "that has no reference"
+        )
+        raise CheckpointError(fact, where=str(path), hint=hint) from error
     except (OSError, ValueError) as error:
         fact = f"the reference log-probs of this run cannot be read: {error}"
         raise CheckpointError(fact, where=str(path), hint=hint) from error
