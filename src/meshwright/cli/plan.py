@@ -93,9 +93,7 @@ def plan(
     if external is not None:
         _reject_for_module({"-o": output, "--report": report, "--verify": verify, "--allow": allow})
         _reject_for_module({"--finetune": finetune})
-    if finetune == "auto" and deadline is not None:
-        fact = "--finetune auto with --deadline: which kind fits depends on the number of devices"
-        raise _error(fact, "--finetune", "name the kind: full, lora or qlora")
+    _reject_auto_with_deadline(finetune, deadline)
     options = {"on": on, "seq": seq, "batch_tokens": batch_tokens, "tokens": tokens, "precision": precision}
     options |= {"allow": allow, "objective": objective}
     filled = None
@@ -126,6 +124,12 @@ def _reject_with(mode: str, unused: dict[str, Any]) -> None:
     for option, value in unused.items():
         if value is not None:
             raise _error(f"{option} has no effect with {mode}", option, "leave it out")
+
+
+def _reject_auto_with_deadline(finetune: str | None, deadline: object) -> None:
+    if finetune == "auto" and deadline is not None:
+        fact = "--finetune auto with --deadline: which kind fits depends on the number of devices"
+        raise _error(fact, "--finetune", "name the kind: full, lora or qlora")
 
 
 def _reject_for_module(given: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from meshwright.plan.time import kernels
 from meshwright.plan.time.collectives import all_to_all_seconds, gather_seconds
+from meshwright.plan.time.layer_bytes import adapter_bytes, dequantise_bytes, layer_elements, weight_bytes
 from meshwright.plan.time.pass_time import Context, Items, PassTime, exposed_seconds, taken, total
 from meshwright.plan.workload import operators
 from meshwright.plan.workload.layouts import (
@@ -32,8 +33,6 @@ CP_OVERLAP = 0.8
 # Share of an exchange of rows that may overlap with experts where `ep_overlap` is set. Assumed as for cp: the
 # overlap was not measured on several GPUs.
 EP_OVERLAP = 0.8
-# DoRA reads a weight in 16 bits, writes it in fp32, and reads that for its norms and for W A^T.
-DORA_NORM_BYTES = 2.0 + 4.0 + 4.0 + 4.0
 # What decides the shapes of a layer's matmuls, and the time of all its kernels: not ZeRO, the world size and
 # the schedule.
 MATMUL_COLUMNS = ("microbatch_sequences", "cp", "tp", "ep", "etp", "ep_overlap")
@@ -86,54 +85,6 @@ def _layer_matmuls(ctx: Context, *, moe: bool) -> list[Matmul]:
     return operators.attention_matmuls(ctx.workload, ctx.at) + feed_forward(ctx.workload, ctx.at)
 
 
-def _dequantise_bytes(ctx: Context, *, moe: bool) -> Floats:
-    """Bytes moved to dequantise a layer's frozen 4-bit weights for one pass; fp8 matmuls read the 8 bits."""
-    adapters = ctx.workload.adapters
-    is_packed = adapters is not None and (adapters.base_bits < 16 or adapters.packed_bits is not None)
-    if adapters is None or not is_packed or ctx.workload.is_low_precision:
-        return np.zeros(len(ctx.at))
-    dense, experts = layer_elements(ctx, moe=moe)
-    return (adapters.base_bits / 8.0 + ctx.workload.working_bytes) * (dense + experts)
-
-
-def _adapter_bytes(ctx: Context, matmuls: list[Matmul]) -> tuple[Floats, Floats]:
-    """Bytes that adapters beside these matmuls move, forward and backward: rank-wide matmuls read and write
-    the inputs and outputs of their linear once more. Dropout reads and writes inputs, and in backward inputs
-    and their gradients. DoRA scales outputs; in backward it scales their gradients and sums those of the
-    magnitudes."""
-    zero, adapters = np.zeros(len(ctx.at)), ctx.workload.adapters
-    if adapters is None or not ctx.framework.is_traced:
-        return zero, zero
-    linears = [one for one in matmuls if one.name != "router"]
-    dropped, scaled = (2.0 if adapters.has_dropout else 0.0), (2.0 if adapters.is_dora else 0.0)
-    forward = sum(
-        (one.groups * one.m * ((1.0 + dropped) * one.k + (2.0 + scaled) * one.n) for one in linears), zero
-    )
-    backward = sum(
-        (
-            one.groups * one.m * ((3.0 + 2.0 * dropped) * one.k + (2.0 + 2.0 * scaled) * one.n)
-            for one in linears
-        ),
-        zero,
-    )
-    width = ctx.workload.working_bytes
-    return width * forward, width * backward
-
-
-def _weight_bytes(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
-    """Bytes moved to cast a layer's weights (forward), and to cast and accumulate gradients (backward).
-
-    Frozen weights have neither; DoRA takes their norms in forward.
-    """
-    adapters = ctx.workload.adapters
-    dense, experts = layer_elements(ctx, moe=moe)
-    if adapters is not None:
-        norms = DORA_NORM_BYTES if adapters.is_dora else 0.0
-        return norms * (dense + experts), np.zeros(len(ctx.at))
-    cast, accumulated = ctx.framework.weight_cast_rates(ctx.workload, ctx.at.num_microbatches)
-    return cast * (dense + experts), accumulated * (dense + experts)
-
-
 def _elementwise_seconds(ctx: Context, matmuls: list[Matmul], *, moe: bool) -> tuple[Floats, Floats]:
     """Forward and backward seconds of everything between matmuls and attention: norms, activations, casts."""
     framework, workload = ctx.framework, ctx.workload
@@ -146,8 +97,8 @@ def _elementwise_seconds(ctx: Context, matmuls: list[Matmul], *, moe: bool) -> t
         residual_tokens=framework.residual_tokens(ctx.tokens, ctx.at.tp),
     )
     cast = operators.quantise_bytes(workload, ctx.at, matmuls, weight_cast_bytes=framework.weight_cast_bytes)
-    dequantised, weights = _dequantise_bytes(ctx, moe=moe), _weight_bytes(ctx, moe=moe)
-    adapters = _adapter_bytes(ctx, matmuls)
+    dequantised, weights = dequantise_bytes(ctx, moe=moe), weight_bytes(ctx, moe=moe)
+    adapters = adapter_bytes(ctx, matmuls)
     forward, backward = (
         ctx.copy_seconds(plain[side] + cast[side] + dequantised + weights[side] + adapters[side])
         for side in (0, 1)
@@ -232,15 +183,6 @@ def _dispatch_seconds(ctx: Context, share: float = 1.0) -> tuple[Floats, Floats]
         for width in (framework.dispatch_bytes(workload), workload.working_bytes)
     )
     return there, back
-
-
-def layer_elements(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:
-    """Parameters of one layer on one rank before any sharding by ZeRO: dense part and routed experts."""
-    counts, at = ctx.workload.counts, ctx.at
-    matrices = counts.moe_layer if moe else counts.dense_layer
-    dense = matrices / at.tp + counts.replicated_layer + (counts.router_layer if moe else 0)
-    experts = counts.experts_layer / (at.ep * at.etp) if moe else np.zeros(len(at))
-    return dense, experts
 
 
 def _fsdp_seconds(ctx: Context, *, moe: bool) -> tuple[Floats, Floats]:

@@ -16,7 +16,8 @@ from meshwright.plan.framework import Framework
 from meshwright.plan.memory.formula import movable_activation_bytes
 from meshwright.plan.time.collectives import Group, all_reduce_seconds, gather_seconds, send_seconds
 from meshwright.plan.time.interval import half_width
-from meshwright.plan.time.layer_time import embedding_time, head_time, layer_elements, mean_layer_time
+from meshwright.plan.time.layer_bytes import layer_elements
+from meshwright.plan.time.layer_time import embedding_time, head_time, mean_layer_time
 from meshwright.plan.time.pass_time import Context, Items, PassTime, context, exposed_seconds, total
 from meshwright.plan.time.timeline import StageSeconds
 from meshwright.plan.workload import operators
