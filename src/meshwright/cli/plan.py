@@ -75,8 +75,7 @@ def plan(
         unused |= {"--allow": allow, "--deadline": deadline, "--report": report, "--price": price}
         unused |= {"--verify": verify, "--finetune": finetune}
         _reject_with("--calibrate", unused | {"--budget": budget})
-        folders = [model, *(pins or [])]
-        run_calibration(folders, on=on, output=output, force=force, as_json=as_json)
+        run_calibration([model, *(pins or [])], on=on, output=output, force=force, as_json=as_json)
         return
     if budget is not None:
         from meshwright.cli.plan_budget import plan_budget
