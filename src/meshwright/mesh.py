@@ -179,8 +179,10 @@ def leave_world() -> None:
     end with their group, and reference cycles of meshes keep groups alive.
     """
     if dist.is_initialized():
+        has_threads = dist.get_backend() != "fake"
         dist.destroy_process_group()
-        gc.collect()
+        if has_threads:
+            gc.collect()
 
 
 @dataclasses.dataclass(frozen=True)
