@@ -667,7 +667,7 @@ BUGS = [
         "tests/resume/test_adapters.py::test_experts_are_packed_while_they_are_read[fp8]",
     ),
     Bug(
-        "dgrad of an expert in fp8 with the scale of another one",
+        "dgrad of an expert in fp8 with the scale of another expert",
         "models/layers/experts_stored.py",
         "weight = QuantisedExperts(transposed_EDF, scale_ERC)",
         "weight = QuantisedExperts(transposed_EDF, scale_ERC.roll(1, 0))",
